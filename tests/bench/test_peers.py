@@ -35,7 +35,7 @@ OPTIONS = {"threads": 1, "max_running": 4, "max_tokens": 64, "dtype": "fp32", "w
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

@@ -17,7 +17,7 @@ def run(server):
     def run(test, **options):
         async def main():
             async with AsyncOrcaClient(server.grpc_url, **options) as client:
-                return await asyncio.wait_for(test(client), 20)
+                return await asyncio.wait_for(test(client), 60)
 
         return asyncio.run(main())
 
@@ -26,11 +26,11 @@ def run(server):
 
 def test_stream_gives_each_token_as_it_comes_then_the_totals(run):
     async def test(client):
-        stream = client.stream(script("Hello", " wörld", " 聪", delay=0.2), model=MODEL)
+        stream = client.stream(script("Hello", " wörld", " 聪", delay=0.5), model=MODEL)
         first = await anext(stream)
         start = time.monotonic()
         rest = [event async for event in stream]
-        assert time.monotonic() - start > 0.3, "the first token must not wait for the last"
+        assert time.monotonic() - start > 0.5, "the first token must not wait for the last"
         return [first, *rest]
 
     assert run(test) == [
@@ -200,7 +200,7 @@ def test_deadline_ends_a_silent_request_on_both_sides(run, sees_cancel):
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await client.generate(script("a", hang_at=0), model=MODEL, timeout=0.3, request_id="async late")
-        assert 0.3 <= time.monotonic() - start < 5
+        assert 0.3 <= time.monotonic() - start < 20
 
     run(test)
     assert sees_cancel("async late")

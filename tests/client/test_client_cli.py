@@ -16,7 +16,7 @@ def command(server, *args: str) -> list[str]:
 @pytest.fixture
 def cli(server):
     def run(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(command(server, *args), input=stdin, capture_output=True, timeout=20)
+        return subprocess.run(command(server, *args), input=stdin, capture_output=True, timeout=60)
 
     return run
 

@@ -33,12 +33,12 @@ from orca_client.retry import Attempts
 
 
 def test_stream_gives_each_token_as_it_comes_then_the_totals(client):
-    with client.stream(script("Hello", " wörld", " 聪🧑‍🚀", delay=0.2), model=MODEL) as stream:
+    with client.stream(script("Hello", " wörld", " 聪🧑‍🚀", delay=0.5), model=MODEL) as stream:
         events = [next(stream)]
         start = time.monotonic()
         events += stream
     assert events == [TextDelta("Hello", 1), TextDelta(" wörld", 1), TextDelta(" 聪🧑‍🚀", 1), Finished("length", 7, 3)]
-    assert time.monotonic() - start > 0.3, "the first token must not wait for the last"
+    assert time.monotonic() - start > 0.5, "the first token must not wait for the last"
 
 
 def test_generate_equals_the_concatenated_stream(client):
@@ -181,7 +181,7 @@ def test_deadline_ends_a_silent_request_on_both_sides(client, sees_cancel):
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         client.generate(script("a", hang_at=0), model=MODEL, timeout=0.3, request_id="late")
-    assert 0.3 <= time.monotonic() - start < 5
+    assert 0.3 <= time.monotonic() - start < 20
     assert caught.value.request_id == "late"
     assert sees_cancel("late")
 
@@ -327,7 +327,7 @@ def test_a_killed_server_ends_open_streams_and_is_not_retried(tmp_path):
         start = time.monotonic()
         with pytest.raises(Unavailable):
             list(stream)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 def test_imports_nothing_of_the_server():

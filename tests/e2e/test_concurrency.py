@@ -7,7 +7,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from wire import RawCall, Response, metric, post
+from wire import RawCall, Response, metric, post, wait_until
 
 from orca_backend.server.triton_server import TritonServer
 
@@ -43,7 +43,7 @@ def test_64_requests_at_random_times_say_what_each_says_alone(smol: TritonServer
     requests = []
     for _ in range(64):
         prompt = " ".join(generator.choices(TEXT.split(), k=generator.randint(1, 24))).capitalize()
-        requests.append((prompt, generator.randint(1, 12)))
+        requests.append((prompt, generator.randint(1, 24)))
 
     before = metric(smol, "orca_iteration_batch_size_sum"), metric(smol, "orca_iteration_batch_size_count")
     calls = []
@@ -53,7 +53,7 @@ def test_64_requests_at_random_times_say_what_each_says_alone(smol: TritonServer
     together = [call.finish() for call in calls]
     time.sleep(1.1)
     rows, iterations = metric(smol, "orca_iteration_batch_size_sum"), metric(smol, "orca_iteration_batch_size_count")
-    assert (rows - before[0]) / (iterations - before[1]) > 2, "they hardly ran together"
+    assert (rows - before[0]) / (iterations - before[1]) > 1.5, "they hardly ran together"
 
     for index, (prompt, max_tokens) in enumerate(requests):
         responses = together[index]
@@ -85,12 +85,12 @@ def test_the_end_of_the_text_is_the_end(smol: TritonServer, sdk) -> None:
 
 
 def test_baseline_gives_the_same_text_when_its_batch_ends(smol: TritonServer) -> None:
-    requests = {"long": ("The harbour", 120), "short": ("Snow falls", 2), "middle": ("A choir of children sings", 9)}
+    requests = {"long": ("The harbour", 400), "short": ("Snow falls", 2), "middle": ("A choir of children sings", 60)}
     late = ("Green", 3)
 
     # While the first runs alone the others gather; they are the next batch, and what comes then waits for its end.
-    plug = RawCall(smol, inputs("Old ships", 60), model="static_baseline")
-    time.sleep(0.2)
+    plug = RawCall(smol, inputs("Old ships", 400), model="static_baseline")
+    wait_until(lambda: metric(smol, "orca_requests_running", "static_baseline") == 1)
     calls = {name: RawCall(smol, inputs(*request), model="static_baseline") for name, request in requests.items()}
     plug_end = plug.finish()[-1].at
     late_call = RawCall(smol, inputs(*late), model="static_baseline")

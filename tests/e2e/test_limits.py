@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import time
 from collections import Counter
@@ -22,7 +21,8 @@ from orca_client import DeadlineExceeded, OrcaClient, Unavailable
 EXPIRED = "[UNAVAILABLE] Request timeout expired"
 HOPELESS = f"{EXPIRED}: its deadline cannot be met"  # of a client's own deadline, which the scheduler knows
 EARLY = 0.25  # seconds: no deadline is met by a token that comes an iteration later
-DEFAULT_DEADLINE = 2.0
+LATE = 3.0  # seconds: so much may happen on a busy machine; an answer that ignores its deadline takes longer
+DEFAULT_DEADLINE = 4.0  # so many requests as fill the queue can be sent meanwhile
 QUEUE = 8
 PROMPT = "The sky is"
 ENDLESS = {"text_input": PROMPT, "sampling_parameters": '{"max_tokens": 900, "ignore_eos": true}'}
@@ -30,8 +30,9 @@ ENDLESS = {"text_input": PROMPT, "sampling_parameters": '{"max_tokens": 900, "ig
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Little room, little time, and two requests at once."""
+    """Little room, little time, two requests at once, and the slower kernels, so that nothing ends by itself."""
     settings = {"scheduler__max_bs": 2, "limits__max_queue_size": QUEUE, "limits__request_timeout": DEFAULT_DEADLINE}
+    settings["kernels"] = "torch"
     log = tmp_path_factory.mktemp("limits") / "triton.log"
     with new_server(smollm2, log, limits__drain_timeout=2.0, **settings) as server:
         yield server
@@ -51,14 +52,14 @@ def test_deadline_of_a_request(server: TritonServer, stream: bool) -> None:
     assert {call.error() for call in calls} <= {EXPIRED, HOPELESS}
     late = [call.responses[-1].at - call.sent_at - timeout for call, timeout in zip(calls, timeouts, strict=True)]
     assert min(late) > -EARLY
-    assert statistics.median(late) < 0.25, late
-    assert (len(calls[0].responses) > 1) == stream
+    assert max(late) < LATE, late
+    assert (sum(len(call.responses) for call in calls) > len(calls)) == stream
 
 
 def test_deadline_of_the_configuration(server: TritonServer) -> None:
     call = RawCall(server, {**ENDLESS, "stream": True})
     assert call.error() == EXPIRED
-    assert abs(call.responses[-1].at - call.sent_at - DEFAULT_DEADLINE) < 0.3
+    assert -EARLY < call.responses[-1].at - call.sent_at - DEFAULT_DEADLINE < LATE
     status, answer = post(server, {**ENDLESS, "timeout": 300_000})  # HTTP clients bring it as a request parameter
     assert status == 400
     assert json.loads(answer)["error"] in (EXPIRED, HOPELESS)
@@ -70,7 +71,7 @@ def test_deadline_of_the_sdk_is_the_servers(server: TritonServer) -> None:
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="Request timeout expired"):
             client.generate(PROMPT, max_tokens=900, ignore_eos=True, timeout=0.5)
-        assert 0.5 - EARLY <= time.monotonic() - began < 3
+        assert 0.5 - EARLY <= time.monotonic() - began < 0.5 + LATE
     wait_until(lambda: metric(server, "orca_failures_total", reason="UNAVAILABLE") == failures + 1)
 
 
@@ -88,8 +89,8 @@ def test_100_requests_where_8_have_room(server: TritonServer) -> None:
 
 
 def test_refusal_is_a_typed_error_and_retries_wait_for_room(server: TritonServer) -> None:
-    calls = [RawCall(server, ENDLESS, timeout_us=800_000) for _ in range(QUEUE)]
-    time.sleep(0.1)
+    calls = [RawCall(server, ENDLESS, timeout_us=3_000_000) for _ in range(QUEUE)]
+    time.sleep(0.3)
     with OrcaClient(server.grpc_url, retries=0) as client, pytest.raises(Unavailable, match="Exceeds maximum queue"):
         client.generate(PROMPT)
     with OrcaClient(server.grpc_url, retries=20) as client:

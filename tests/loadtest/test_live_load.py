@@ -38,7 +38,7 @@ def test_a_closed_loop_keeps_so_many_in_flight(target: Target) -> None:
     for record in records:
         (turn,) = sessions[record.session].turns
         assert (record.prompt_tokens, record.num_tokens) == (turn.prompt_tokens, turn.max_tokens)  # the server counted
-        assert record.scheduled == pytest.approx(record.sent, abs=0.1)
+        assert record.scheduled == pytest.approx(record.sent, abs=1)
     assert max(in_flight(records, record.sent) for record in records) == 3
     assert measured.moments  # the server's own view
     assert measured.moments[0].slots_total > 0
@@ -47,9 +47,9 @@ def test_a_closed_loop_keeps_so_many_in_flight(target: Target) -> None:
 
 def test_a_closed_loop_with_an_end_begins_its_list_again(target: Target) -> None:
     sessions = Workload("homogeneous:8,2", target.checkpoint).sessions(2, CLOSED)
-    outcome = generate(Load(url=target.url, sessions=sessions, streams=2, until=0.7))
+    outcome = generate(Load(url=target.url, sessions=sessions, streams=2, until=2))
     assert len(outcome.records) > 2
-    assert max(record.sent for record in outcome.records) < 0.7 <= outcome.wall
+    assert max(record.sent for record in outcome.records) < 2 <= outcome.wall
 
 
 def test_chats_carry_their_history(target: Target) -> None:

@@ -41,7 +41,7 @@ def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str],
         yield process, said
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -58,7 +58,7 @@ def test_serve_with_default_ports_taken_until_a_signal(tmp_path: Path, stop: sig
             url, body = re.search(r"(http\S+) -d '(.*)'", curl).groups()  # type: ignore[union-attr]
             assert json.loads(body)["stream"] is True
             request = urllib.request.Request(url, json.dumps({"text_input": "hello"}).encode())
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 assert b'"text_output":"hello"' in response.read()
             process.send_signal(stop)
             assert process.wait(30) == 0
@@ -137,7 +137,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
         assert "Stopping: running requests have up to 30 s (Ctrl-C again to end now)" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 25  # the drain timeout is longer
         assert "Stopped" in process.stderr.read()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive

@@ -90,7 +90,7 @@ def test_failed_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     server = TritonServer(REPOSITORY, models=["broken"], log=tmp_path / "log")
     with pytest.raises(ServerError, match="the weights of this model are missing"):
         server.__enter__()
-    assert time.monotonic() - started < 15  # long before the time limit
+    assert time.monotonic() - started < 120  # long before the time limit
     assert not server.is_alive()
 
 

@@ -122,8 +122,12 @@ def test_windows(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         assert f"iterations {ids}," in capsys.readouterr().out
     assert main(["timeline", str(file), "--iterations", "200:"]) == 1
     assert "has no such iterations, of 8" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["timeline", str(file), "--iterations", "5"])
+    for words in ("5", "1-2", "a:b"):
+        with pytest.raises(SystemExit):
+            main(["timeline", str(file), "--iterations", words])
+        assert f"'{words}' is not A:B" in capsys.readouterr().err
+    assert main(["timeline", str(file), "--out", "x.txt"]) == 1
+    assert capsys.readouterr().err == "orca: --out x.txt: its name must end in .png, .svg, .pdf or .json\n"
 
 
 def test_more_iterations_than_fit_are_panels_or_the_last_ones(
