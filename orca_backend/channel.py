@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from orca_backend.request import Request, TokenEvent
+from orca_backend.request import FinishReason, Request, TokenEvent
 from orca_backend.scheduler.iteration import Occupancy
 
 
@@ -22,9 +22,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stub to engine: stop this request and free what it holds. Unknown or finished ids are ignored."""
+    """Stub to engine: stop this request and free what it holds. Unknown or finished ids are ignored.
+
+    `reason` is "stop" if its text is complete, which only the stub can see: a stop string was found.
+    """
 
     request_id: int
+    reason: FinishReason = "cancelled"
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

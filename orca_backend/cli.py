@@ -22,6 +22,7 @@ REPOSITORY = "model_repository"
 DISTRIBUTION = "orca-on-triton"
 SET_HELP = "change a setting of engine.yaml in all models loaded, for example scheduler.max_bs=8; may be repeated"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}  # as in server/triton_server.py, which is slow to import
+PICTURES = (".png", ".svg", ".pdf")
 EXAMPLE = '{"text_input": "The capital of France is", "stream": true, "max_tokens": 32, "temperature": 0}'
 
 
@@ -124,16 +125,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     timeline.add_argument("--to", dest="end", type=float, metavar="S", help="to S seconds after it")
     timeline.add_argument(
-        "--out", type=Path, metavar="FILE", help="a picture (.png, .svg), or a trace for ui.perfetto.dev (.json)"
+        "--out", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf), or a trace for ui.perfetto.dev (.json)"
     )
     timeline.set_defaults(command=run_timeline)
     return parser
 
 
 def iteration_window(text: str) -> tuple[int | None, int | None]:
-    """Read A:B, of which either may be left out. Raises ValueError."""
-    first, last = text.split(":")
-    return (int(first) if first else None, int(last) if last else None)
+    """Read A:B, of which either may be left out."""
+    window = re.fullmatch(r"(\d*):(\d*)", text)
+    if not window:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, as in 100:180, 100: or :180")
+    first, last = (int(number) if number else None for number in window.groups())
+    return first, last
 
 
 class Version(argparse.Action):
@@ -291,6 +295,8 @@ def run_timeline(arguments: argparse.Namespace) -> int:
         if len(window) == len(flight.iterations):  # nobody asked for all of them: the end is what matters
             window = window[-columns(width) :]
         print("\n".join(render(flight, window, width)))
+    elif arguments.out.suffix not in PICTURES and arguments.out.suffix != ".json":
+        raise ValueError(f"--out {arguments.out}: its name must end in {', '.join(PICTURES)} or .json")
     elif arguments.out.suffix == ".json":
         from orca_backend.timeline.trace import write_trace
 

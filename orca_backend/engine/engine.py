@@ -107,7 +107,7 @@ class Engine:
         if isinstance(item, Submit):
             events = self._submit(item.request)
         elif isinstance(item, Cancel):
-            events = self._scheduler.cancel(item.request_id)
+            events = self._scheduler.cancel(item.request_id, item.reason)
         else:
             raise TypeError(f"not a message for the engine: {type(item).__name__}")
         self.recorder.told(events)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from orca_backend.engine.sequence_table import PENDING
-from orca_backend.request import Request, Sequence, TokenEvent
+from orca_backend.request import FinishReason, Request, Sequence, TokenEvent
 from orca_backend.scheduler.iteration import IterationBatch, IterationResult, Occupancy
 from orca_backend.scheduler.scheduler import Scheduler
 from orca_backend.scheduler.selection import Static
@@ -114,12 +114,12 @@ class Lookahead:
         """As of Scheduler."""
         self._scheduler.submit(request, now)
 
-    def cancel(self, request_id: int) -> list[TokenEvent]:
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> list[TokenEvent]:
         """As of Scheduler; always at once, also when all that is left of the request is on its way."""
-        events = self._scheduler.cancel(request_id)
+        events = self._scheduler.cancel(request_id, reason)
         waited_for = {promise.event.request_id for _, _, promises in self._in_flight for promise in promises}
         if not events and request_id in waited_for - self._ended:
-            events = [TokenEvent(request_id=request_id, finish_reason="cancelled")]
+            events = [TokenEvent(request_id=request_id, finish_reason=reason)]
         return self._note(events)
 
     def expire(self, now: float) -> list[TokenEvent]:

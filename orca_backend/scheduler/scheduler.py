@@ -177,13 +177,14 @@ class Scheduler:
             raise Rejected(f"{demand} do not fit into the {self.kv.n_slots} K/V slots of this server")
         self._deadlines.watch(self.pool.insert(request, now))
 
-    def cancel(self, request_id: int) -> list[TokenEvent]:
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> list[TokenEvent]:
         """End this request: at once if no iteration in flight computes it, else `update` brings its last event.
 
+        That event's finish_reason is `reason`: whoever reads the text may know that it is complete.
         Ids that are unknown, have ended or are already cancelled are ignored.
         """
         seq = self.pool.get(request_id)
-        return self._abort(seq, TokenEvent(request_id=request_id, finish_reason="cancelled")) if seq else []
+        return self._abort(seq, TokenEvent(request_id=request_id, finish_reason=reason)) if seq else []
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End the requests that can no longer be served in time (see Deadlines), as `cancel` does, with an error."""

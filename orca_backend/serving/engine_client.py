@@ -34,7 +34,7 @@ from orca_backend.channel import (
     Submit,
 )
 from orca_backend.config import EngineConfig
-from orca_backend.request import Request
+from orca_backend.request import FinishReason, Request
 from orca_backend.serving.outbox import Outbox
 
 _STABLE = 10.0  # seconds after which an engine's death is no longer counted with the ones before it
@@ -166,9 +166,9 @@ class EngineClient:
             raise EngineUnavailable(why)
         outbox.put(Submit(request))
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
         """Free what the request holds; nothing to do if there is no engine."""
-        self._tell(Cancel(request_id))
+        self._tell(Cancel(request_id, reason))
 
     def stop(self) -> None:
         """End the engine process and the thread."""

@@ -244,7 +244,7 @@ class Pipeline:
             texts.append(detokenizer.finish())
         if detokenizer.stopped:
             if reason is None:
-                self._engine.cancel(session.id)
+                self._engine.cancel(session.id, "stop")
             reason = "stop"
         num_tokens = detokenizer.num_tokens - before
         self._metrics.tokens_came(num_tokens, now, session.last_token_at, session.arrived)

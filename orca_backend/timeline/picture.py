@@ -33,6 +33,7 @@ _INK = "#202020"
 _COLUMN, _ROW = 0.16, 0.2  # inches
 _WIDTH = (6.0, 40.0)  # inches, least and greatest
 _NUMBERED = 80  # columns up to which there is room for numbers of tokens
+_SEPARATE = 240  # columns up to which each cell has an edge of its own; of more one would see the edges only
 
 
 def draw(flight: Flight, window: Sequence[IterationRecord], path: Path) -> None:
@@ -81,13 +82,15 @@ def _draw_requests(
 ) -> None:
     """The rows, the first request at the top. A thick edge is where a request ended."""
     ids = [record.id for record in window]
+    separate = len(window) <= _SEPARATE
     for y, (request_id, row) in enumerate(shown.items()):
         for cell, first, count in _runs(row):
             face, hatch = _STYLES[cell]
             # Cells of work are separate, states that last are one bar.
-            works = cell in (Cell.PREFILL, Cell.CHUNK, Cell.DECODE)
+            works = separate and cell in (Cell.PREFILL, Cell.CHUNK, Cell.DECODE)
             bars = [(i - 0.5, 1) for i in ids[first : first + count]] if works else [(ids[first] - 0.5, count)]
-            axes.broken_barh(bars, (y - 0.4, 0.8), facecolor=face, hatch=hatch, edgecolor=_INK, linewidth=0.4)
+            width = 0.4 if separate else 0.0
+            axes.broken_barh(bars, (y - 0.4, 0.8), facecolor=face, hatch=hatch, edgecolor=_INK, linewidth=width)
         last = max(column for column, cell in enumerate(row) if cell is not None)
         if flight.requests[request_id].ended_by(window[-1].returned):
             axes.plot([ids[last] + 0.5] * 2, [y - 0.4, y + 0.4], color=_INK, linewidth=2)
