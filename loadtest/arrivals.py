@@ -26,13 +26,14 @@ def gamma(count: int, rate: float, variation: float, seed: int = 0) -> list[floa
     return times[:count]
 
 
-def replay(times: Sequence[float], rate: float) -> list[float]:
+def replay(times: Sequence[float], rate: float | None) -> list[float]:
     """Recorded `times`, in order, shifted to begin at 0 and stretched or compressed to `rate` a second on average.
 
-    Raises ValueError if they do not span any time.
+    None is the recorded rate. Raises ValueError if they do not span any time.
     """
     span = times[-1] - times[0] if len(times) > 1 else 0.0
-    if span <= 0 or rate <= 0:
-        raise ValueError(f"{len(times)} recorded arrivals over {span:g} s cannot be replayed at {rate:g} a second")
-    scale = (len(times) - 1) / rate / span
+    if span <= 0 or (rate is not None and rate <= 0):
+        speed = "as recorded" if rate is None else f"at {rate:g} a second"
+        raise ValueError(f"{len(times)} recorded arrivals over {span:g} s cannot be replayed {speed}")
+    scale = 1.0 if rate is None else (len(times) - 1) / rate / span
     return [(time - times[0]) * scale for time in times]

@@ -55,13 +55,14 @@ def bisect(passes: Callable[[float], bool], low: float, high: float, tolerance: 
     `low` and `high` are where it is expected; both are moved until they hold it between them (`low` at most ten times:
     then 0 is returned).
     """
+    bounded = False  # whether `high` is known to fail
     for _ in range(10):
         if passes(low):
             break
-        low, high = low / 2, low
+        low, high, bounded = low / 2, low, True
     else:
         return 0.0
-    while passes(high):
+    while not bounded and passes(high):
         low, high = high, 2 * high
     while high > low * (1 + tolerance):
         middle = math.sqrt(low * high)

@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target(one)
     add_workload(one)
     add_arrivals(one)
+    one.add_argument("--streams", type=int, default=8, help="sessions at any time, closed loop (%(default)s)")
     one.add_argument("--requests", type=int, default=100, metavar="N", help="sessions to send (%(default)s)")
     one.add_argument("--warmup", type=float, default=0.0, metavar="S", help="seconds that are not counted")
     _add_slo(one)
@@ -126,7 +127,6 @@ def add_arrivals(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--arrivals", default="poisson", choices=("closed", "poisson", "gamma", "trace"))
     parser.add_argument("--rate", type=float, metavar="R", help="sessions/s, open loop (a trace has its own)")
     parser.add_argument("--variation", type=float, default=1.0, help="of gamma: deviation / mean of the gaps")
-    parser.add_argument("--streams", type=int, default=8, help="sessions at any time, closed loop (%(default)s)")
 
 
 def _add_slo(parser: argparse.ArgumentParser) -> None:

@@ -56,10 +56,8 @@ def run_capacity(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments)
     slo = Slo(arguments.ttft, arguments.tpot, arguments.percentile)
     rules = Rules(slo, arguments.min_seconds, arguments.min_requests, arguments.tolerance)
-    facts = _facts(arguments, workload, None) | {"SLO": str(slo)}
     lead = f"Poisson arrivals; every probe lasts {rules.min_seconds:g} s or more and has {rules.min_requests} requests "
     lead += f"or more; the search ends when the result is known to {rules.tolerance:.0%}."
-    report = Report(_output(arguments, "capacity"), "Capacity", lead, facts)
     compared = bool(arguments.versus or arguments.versus_url)
     with contextlib.ExitStack() as stack:
         of_b: list[Search] = []
@@ -88,6 +86,8 @@ def run_capacity(arguments: argparse.Namespace) -> int:
         for name, searches in (("A", of_a), ("B", of_b))
         if searches
     ]
+    facts = _facts(arguments, workload, None) | {"SLO": str(slo)}
+    report = Report(_output(arguments, "capacity"), "Capacity", lead, facts)
     if compared:
         results.append({"system": "B / A", "capacity (requests/s)": spread(ratios)})
         report.add("", f"A: {' '.join(arguments.set) or 'as it is'}. B: {arguments.versus_url or ' '.join(settings)}.")
@@ -122,8 +122,8 @@ def run_soak(arguments: argparse.Namespace) -> int:
         rate = arguments.share * test.saturated(among=requests(arguments.share * test.saturated()))
         say(f"{arguments.share:.0%} of the saturated rate: {rate:.3g} requests/s")
         arrivals = Arrivals(kind="trace" if arguments.workload.startswith("trace:") else "poisson", rate=rate)
-        count = requests(rate)
-        passes = soak.run(target, workload, arrivals, count, arguments.passes, say)
+        sessions = workload.sessions(requests(rate), arrivals, arguments.seed)
+        passes = soak.run(target, sessions, arguments.passes, say)
     found = soak.verdicts(passes, soak.Limits())
     report = Report(
         _output(arguments, "soak"), "Soak", "The same load again and again.", _facts(arguments, workload, arrivals)

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 
 import orca_kernels
 from loadtest import plots
+from loadtest.measurement import REPOSITORY
 from loadtest.report import Report, Row, spread, write_csv
-from orca_backend.config import EngineConfig
+from orca_backend.config import load_config
 from orca_backend.engine.__main__ import load
 from orca_backend.engine.worker import Runner
 from orca_backend.models.spec import ModelSpec
@@ -83,8 +83,8 @@ def attention_of(system: str) -> Iterator[None]:
 
 def open_runner(model: Path, settings: Mapping[str, Any], tokens: int) -> Runner:
     """The engine's runner with a K/V pool of `tokens`; raises what the engine would report as its failure to start."""
-    config = {**settings, "model": str(model), "kv_cache": {"n_slots": tokens, "block_size": BLOCK}}
-    _, runner, _ = load(msgspec.convert(config, EngineConfig))
+    overrides = {**settings, "model": str(model), "kv_cache.n_slots": tokens, "kv_cache.block_size": BLOCK}
+    _, runner, _ = load(load_config(REPOSITORY / "orca" / "1" / "engine.yaml", overrides, origin="--set"))
     return cast(Runner, runner)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def figure10(plan: Plan, model: Path, output: Path, console: Console, settings: 
         "static_fair computes whole prompts in the first iteration; static_ft takes there as much of every prompt as "
         "the shortest one has, as the paper ran FasterTransformer. Latency is the median over requests of (end to end "
         "/ generated tokens), from when a request was due.",
-        _facts(plan, model, settings),
+        _facts([plan], model, settings),
     )
     _add_curves(report, sweep, "normalized", "median normalized latency (ms/token)", beside_paper=True)
     _add_saturated(report, sweep)
@@ -88,7 +88,7 @@ def figure11(plans: list[Plan], model: Path, output: Path, console: Console, set
         "Figure 11: homogeneous requests",
         "All requests have the same lengths, so request-level batches waste nothing but the time until a batch begins, "
         "and gain from their size. Latency is the median from when a request was due to its last token.",
-        _facts(plans[0], model, settings),
+        _facts(plans, model, settings),
     )
     for plan in plans:
         sweep = run(plan, model, console, settings)
@@ -153,12 +153,14 @@ def _figure3_sessions(model: Path) -> list[Session]:
     return [Session([Turn(texts.draw(8, rng), 8, units * FIGURE3_TOKENS)]) for units in (4, 2, 3, 1)]
 
 
-def _facts(plan: Plan, model: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    scaled = f", all lengths times {plan.scale:g}" if plan.scale != 1 else ""
+def _facts(plans: Sequence[Plan], model: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def workload(plan: Plan) -> str:
+        return plan.workload + (f", all lengths times {plan.scale:g}" if plan.scale != 1 else "")
+
     return {
         "model": model.name,
-        "workload": f"{plan.workload}{scaled}; Poisson arrivals; answers end only with their length",
-        "each point": f"{plan.seconds:g} s, {len(plan.seeds)} seed(s)",
+        "workload": f"{'; '.join(map(workload, plans))}; Poisson arrivals; answers end only with their length",
+        "each point": "; ".join(f"{plan.seconds:g} s, {len(plan.seeds)} seed(s)" for plan in plans),
         "settings": _settings(settings),
     }
 

@@ -75,6 +75,8 @@ class Sender:
         self.records: list[Record] = []
         if self.is_open:
             self._group.spawn(self._dispatch)
+        if not self._numbered:
+            gevent.spawn(_part_is_done, environment)
 
     def next(self) -> None:
         """Send the next session of a closed loop. Raises StopUser if there is none."""
@@ -138,6 +140,9 @@ class Sender:
                 else:
                     record.finish_reason = event.finish_reason
                     record.prompt_tokens = event.num_input_tokens
+            if record.num_tokens != turn.max_tokens:
+                failure = OrcaError(f"{record.num_tokens} tokens instead of {turn.max_tokens}")
+                record.error = failure.message
         except OrcaError as error:
             failure = error
             record.error = f"{type(error).__name__}: {error.message}"
@@ -225,6 +230,11 @@ def _start(environment: Environment, **_: Any) -> None:
         return
     if isinstance(runner, MasterRunner):
         workers = sorted(runner.clients)
+        if options.arrivals == "closed" and options.num_users < len(workers):
+            logger.error(f"a closed loop of {options.num_users} users (--users) has no work for {len(workers)} workers")
+            environment.process_exit_code = 1
+            runner.quit()
+            return
         _state.parts = len(workers)
         for index, worker in enumerate(workers):
             runner.send_message("orca part", {"index": index, "count": len(workers)}, worker)

@@ -72,8 +72,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "trace":
             if not recorded:
                 raise ValueError("trace arrivals need a trace workload from a file that has times")
-            rate = self.rate or (count - 1) / (recorded[count - 1] - recorded[0])
-            return [*arrivals.replay(recorded[:count], rate)]
+            return [*arrivals.replay(recorded[:count], self.rate)]
         assert self.rate is not None
         return [*arrivals.gamma(count, self.rate, self.variation if self.kind == "gamma" else 1.0, seed)]
 
@@ -82,12 +81,13 @@ class Workload:
     """Makes sessions by a specification (see above). Raises ValueError for one that cannot be read.
 
     `checkpoint` is the served model's directory: its tokenizer counts. Lengths are multiplied by `scale`. A request of
-    more than `limit` tokens, prompt and answer, is left out; `left_out` counts them.
+    more than `limit` tokens, prompt and answer, is left out, and a conversation ends before it; `left_out` counts, in
+    the sessions made last, those that had to be drawn again, and all of a trace.
     """
 
     def __init__(self, specification: str, checkpoint: Path, *, scale: float = 1.0, limit: int | None = None) -> None:
         self.specification = specification
-        self.left_out = 0
+        self.left_out = self._left_out_of_trace = 0
         self._scale = scale
         self._limit = limit or math.inf
         self._texts = texts_of(checkpoint)
@@ -97,6 +97,7 @@ class Workload:
     def sessions(self, count: int, arrivals: Arrivals, seed: int = 0) -> list[Session]:
         """The first `count` sessions of this seed. Raises ValueError if the workload does not have as many."""
         rng = random.Random(seed)
+        self.left_out = self._left_out_of_trace
         made = [self._make(i, rng) for i in range(count)]
         times = arrivals.times(count, seed, self._trace.times if self._trace else None)
         return [msgspec.structs.replace(session, at=at) for session, at in zip(made, times, strict=True)]
@@ -123,22 +124,30 @@ class Workload:
                 return self._recorded(Path(parts[0]), int(parts[1]) if parts[1:] else 0)
             if kind == "shared-prefix":
                 groups, prefix, suffix, output = map(int, parts)
-                return self._shared_prefix(groups, prefix, suffix, output)
+                return self._shared_prefix(groups, *self._scaled(prefix, suffix, output))
             if kind == "chat":
                 turns, prompt, output = map(int, parts[:3])
                 (pause,) = map(float, parts[3:])
-                return self._chat(turns, prompt, output, pause)
+                return self._chat(turns, *self._scaled(prompt, output), pause)
         except (TypeError, ValueError) as error:
             raise ValueError(f"workload {specification!r} is no {_FORMS[kind]}: {error}") from error
         raise ValueError(f"no workload {specification!r}; there are {', '.join(_FORMS.values())}")
 
+    def _scaled(self, *lengths: int) -> list[int]:
+        """At least one token each."""
+        return [max(1, round(length * self._scale)) for length in lengths]
+
     def _fit(self, lengths: Lengths) -> Lengths | None:
-        """Scaled, at least one token each; None (and counted) where they are beyond the limit."""
-        prompt, output = (max(1, round(length * self._scale)) for length in lengths)
+        """Scaled; None (and counted) where they are beyond the limit."""
+        prompt, output = self._scaled(*lengths)
         if prompt + output <= self._limit:
             return prompt, output
         self.left_out += 1
         return None
+
+    def _must_fit(self, tokens: int) -> None:
+        if tokens > self._limit:
+            raise ValueError(f"every request has {tokens} tokens, and --limit is {self._limit}")
 
     def _single(self, lengths: Lengths, rng: random.Random) -> Session:
         prompt, output = lengths
@@ -156,6 +165,7 @@ class Workload:
     def _recorded(self, path: Path, first: int) -> Make:
         trace = Trace.read(path)
         kept = [(i, lengths) for i, pair in enumerate(trace.lengths) if i >= first and (lengths := self._fit(pair))]
+        self._left_out_of_trace = self.left_out
         times = trace.times and [trace.times[i] for i, _ in kept]
         self._trace = Trace([lengths for _, lengths in kept], times)
 
@@ -167,6 +177,7 @@ class Workload:
         return make
 
     def _shared_prefix(self, groups: int, prefix: int, suffix: int, output: int) -> Make:
+        self._must_fit(prefix + suffix + output)
         texts = [self._texts.draw(prefix, random.Random(group)) for group in range(groups)]
 
         def make(_: int, rng: random.Random) -> Session:
@@ -179,6 +190,7 @@ class Workload:
     def _chat(self, turns: int, prompt: int, output: int, pause: float) -> Make:
         if turns < 1:
             raise ValueError(f"a conversation has at least 1 turn, got {turns}")
+        self._must_fit(prompt + output + 2 * _TEMPLATE_TOKENS)
 
         def make(_: int, rng: random.Random) -> Session:
             made: list[Turn] = []

@@ -108,9 +108,10 @@ _CODE_OF_TEXT = [
 def error_from_code(code: str, message: str, request_id: str = "") -> OrcaError:
     """The error of the class that stands for `code`, or a plain OrcaError for a code without one.
 
-    Triton has no code for a deadline of the server's: it says UNAVAILABLE, and the reason in the text.
+    Triton has no code for a deadline of the server's: it says UNAVAILABLE, and the reason in the text. A request that
+    waited too long in the queue was not late: there was no room for it.
     """
-    if message.startswith("Request timeout expired"):
+    if message.startswith("Request timeout expired") and "it was not started within" not in message:
         code = DeadlineExceeded.code
     return _CLASSES.get(code, OrcaError)(message, code=code, request_id=request_id)
 

@@ -31,6 +31,8 @@ from orca_client.retry import Attempts
         ("[CANCELLED] stopped by request", Cancelled, "CANCELLED"),
         ("[DEADLINE_EXCEEDED] took 3 s", DeadlineExceeded, "DEADLINE_EXCEEDED"),
         ("[UNAVAILABLE] Request timeout expired", DeadlineExceeded, "DEADLINE_EXCEEDED"),
+        ("[UNAVAILABLE] Request timeout expired: its deadline cannot be met", DeadlineExceeded, "DEADLINE_EXCEEDED"),
+        ("[UNAVAILABLE] Request timeout expired: it was not started within 4 seconds", Unavailable, "UNAVAILABLE"),
         ("[INTERNAL] NaN", Internal, "INTERNAL"),
         ("[NOT_FOUND] adapter", NotFound, "NOT_FOUND"),
         ("[ALREADY_EXISTS] id", OrcaError, "ALREADY_EXISTS"),

@@ -123,6 +123,7 @@ def test_bisection_finds_the_rate_wherever_it_begins(true: float) -> None:
 
     found = bisect(passes, 10.0, 20.0, 0.05)
     assert found <= true <= found * 1.051
+    assert len(tried) == len(set(tried))  # what is known is not asked again
     assert len(tried) < 20
     assert bisect(lambda rate: False, 10.0, 20.0, 0.05) == 0
 

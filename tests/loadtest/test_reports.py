@@ -126,7 +126,8 @@ def test_what_is_wrong_is_said_in_words(
     assert what in capsys.readouterr().err
 
 
-def test_two_locust_processes_send_every_session_once(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [30, 1])  # with 1 there is nothing to do for one of the two
+def test_two_locust_processes_send_every_session_once(target: Target, tmp_path: Path, count: int) -> None:
     command = [str(Path(sys.executable).with_name("locust")), "-f", str(ROOT / "loadtest" / "locustfile.py")]
     command += [
         "--headless",
@@ -139,17 +140,26 @@ def test_two_locust_processes_send_every_session_once(target: Target, tmp_path: 
         "--checkpoint",
         str(target.checkpoint),
     ]
-    command += ["--workload", "uniform:8-32,2-8", "--requests", "30", "--rate", "15", "--csv", str(tmp_path / "locust")]
+    command += [
+        "--workload",
+        "uniform:8-32,2-8",
+        "--requests",
+        str(count),
+        "--rate",
+        "15",
+        "--csv",
+        str(tmp_path / "locust"),
+    ]
     command += ["--report", str(tmp_path / "report")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     requests = rows_of(tmp_path / "report" / "locust-requests.csv")
-    assert sorted(int(row["session"]) for row in requests) == list(range(30))
+    assert sorted(int(row["session"]) for row in requests) == list(range(count))
     assert not any(row["error"] for row in requests)
     check_page(tmp_path / "report" / "report.html")
     kinds = {row["Type"]: int(row["Request Count"]) for row in rows_of(tmp_path / "locust_stats.csv")}
     assert {"request", "TTFT", "ITL", "normalized", "speed", "sent late"} <= set(kinds)
-    assert kinds["request"] == kinds["TTFT"] == 30
+    assert kinds["request"] == kinds["TTFT"] == count
 
 
 # ---- The paper
@@ -245,3 +255,5 @@ def test_a_soak_that_fails_grows_and_drifts(target: Target) -> None:
     assert all(good for *_, good in steady)
     bad = soak.verdicts([one(100, 1.0), one(100, 1.0), one(110, 1.3, "Internal: no")], soak.Limits())
     assert not any(good for *_, good in bad)
+    elsewhere = soak.verdicts([one(0, 1.0), one(0, 1.0)], soak.Limits())  # a server of --url
+    assert not any("memory" in asked for asked, *_ in elsewhere)

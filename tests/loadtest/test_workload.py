@@ -137,8 +137,9 @@ def test_arrivals_that_cannot_be() -> None:
         Arrivals(kind="poisson")
     with pytest.raises(ValueError, match="closed, poisson, gamma or trace"):
         Arrivals(kind="often")
-    with pytest.raises(ValueError, match="cannot be replayed"):
-        arrivals.replay([1.0, 1.0], 2.0)
+    for rate in (2.0, None):
+        with pytest.raises(ValueError, match="cannot be replayed"):
+            arrivals.replay([1.0, 1.0], rate)
 
 
 # ---- Workloads
@@ -189,6 +190,7 @@ def test_shared_prefixes_are_shared_within_a_group(tiny_llama: Path) -> None:
     assert len({prompt[:40] for prompt in prompts}) == 2  # a token is a byte here
     assert len(set(prompts)) == 20
     assert {len(prompt) for prompt in prompts} == {50}
+    assert set(lengths(Workload("shared-prefix:2,40,10,6", tiny_llama, scale=0.5), 5)) == {(25, 3)}
 
 
 def test_chats_have_turns_and_pauses(tiny_llama: Path) -> None:
@@ -207,8 +209,10 @@ def test_chats_have_turns_and_pauses(tiny_llama: Path) -> None:
         ("uniform:1-x,2-3", "invalid literal"),
         ("fit:nobody", "no fit 'nobody'; there are azure-conv-2023"),
         ("chat:0,1,1,1", "at least 1 turn"),
+        ("chat:2,400,200,1", "every request has 632 tokens, and --limit is 600"),
+        ("shared-prefix:2,400,100,101", "every request has 601 tokens, and --limit is 600"),
     ],
 )
 def test_workloads_that_cannot_be_read(tiny_llama: Path, specification: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        Workload(specification, tiny_llama)
+        Workload(specification, tiny_llama, limit=600)
