@@ -123,12 +123,14 @@ class Workload:
             if kind == "trace":
                 return self._recorded(Path(parts[0]), int(parts[1]) if parts[1:] else 0)
             if kind == "shared-prefix":
-                groups, prefix, suffix, output = map(int, parts)
-                return self._shared_prefix(groups, *self._scaled(prefix, suffix, output))
+                groups, *lengths = map(int, parts)
+                prefix, suffix, output = self._scaled(*lengths)
+                return self._shared_prefix(groups, prefix, suffix, output)
             if kind == "chat":
-                turns, prompt, output = map(int, parts[:3])
+                turns, *lengths = map(int, parts[:3])
                 (pause,) = map(float, parts[3:])
-                return self._chat(turns, *self._scaled(prompt, output), pause)
+                prompt, output = self._scaled(*lengths)
+                return self._chat(turns, prompt, output, pause)
         except (TypeError, ValueError) as error:
             raise ValueError(f"workload {specification!r} is no {_FORMS[kind]}: {error}") from error
         raise ValueError(f"no workload {specification!r}; there are {', '.join(_FORMS.values())}")

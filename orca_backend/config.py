@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from orca_backend.request import SamplingParams
+from orca_backend.request import MAX_TOKENS, SamplingParams
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 # Finite, since JSON has no infinity; and the standard library's timers overflow not far above.
@@ -150,6 +150,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: PositiveSeconds = 600.0  # deadline of a request that does not bring its own
     drain_timeout: PositiveSeconds = 20.0  # after the server began to stop; below its --exit-timeout-secs
     start_timeout: PositiveSeconds = 600.0  # from spawning the engine process to Ready
+    iteration_timeout: PositiveSeconds = 600.0  # of one iteration: then the engine is silent, for it hangs
     engine_silence: PositiveSeconds = 30.0  # without a report or heartbeat: the engine hangs, it is killed and replaced
 
 
@@ -181,7 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache: KVCacheConfig = KVCacheConfig()
     limits: LimitsConfig = LimitsConfig()
     recorder: RecorderConfig = RecorderConfig()
-    sampling_defaults: SamplingParams = SamplingParams(max_tokens=16)
+    sampling_defaults: SamplingParams = SamplingParams(max_tokens=MAX_TOKENS)
 
     def __post_init__(self) -> None:
         """Reject what would otherwise fail late: in the engine, or at every request."""
@@ -189,6 +190,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         for name in self.sampling_defaults.unbuilt:
             raise ValueError(f"sampling_defaults.{name} = {getattr(self.sampling_defaults, name)!r} is not supported")
+        defaults = self.sampling_defaults
+        if defaults.min_tokens > (limit := MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens):
+            raise ValueError(f"sampling_defaults.min_tokens: {defaults.min_tokens} is above max_tokens: {limit}")
         parts, swap = self.scheduler.parts, parse_bytes(self.kv_cache.swap_memory)
         if (parts.preemption == "swap") != (swap > 0):
             raise ValueError(

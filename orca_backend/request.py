@@ -26,6 +26,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
+MAX_TOKENS = 16  # generated if nobody says how many
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

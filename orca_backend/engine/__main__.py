@@ -281,7 +281,8 @@ def main() -> int:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
         planner, runner, info = load(config)
         recorder = Recorder(config.recorder, model=info.model_name, policy=info.policy)
-        engine = Engine(channel, planner, runner, info.vocab_size, recorder)
+        limit = config.limits.iteration_timeout
+        engine = Engine(channel, planner, runner, info.vocab_size, recorder, iteration_timeout=limit)
     except Exception as error:
         logger.exception("the engine cannot start")
         channel.send(StartFailed(f"{type(error).__name__}: {error}"))

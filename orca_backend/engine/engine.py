@@ -7,6 +7,7 @@ so it never polls, and never waits for a client, a tokenizer or a sender.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from orca_backend.engine.lookahead import Lookahead
 
 HEARTBEAT_SECONDS = 0.25
+MOST_FAILURES = 3  # iterations in a row, then the process ends: a GPU that has failed once fails until a new one begins
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +48,30 @@ class Engine:
         runner: Runner | LaunchingRunner,
         vocab_size: int,
         recorder: Recorder,
+        *,
+        iteration_timeout: float = math.inf,
     ) -> None:
-        """Wire the parts; nothing runs before `run`."""
+        """Wire the parts; nothing runs before `run`.
+
+        While an iteration takes longer than `iteration_timeout` seconds there are no heartbeats: whoever listens sees
+        that the engine hangs, and replaces it.
+        """
         self._channel = channel
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self.recorder = recorder
+        self._iteration_timeout = iteration_timeout
+        self._last_return = 0.0  # by time.monotonic()
+        self._failures = 0  # iterations in a row
         self._inbox: queue.SimpleQueue[Message | IterationResult | IterationFailed] = queue.SimpleQueue()
         self._worker = Worker(runner, self._inbox.put)
         self._in_flight: dict[int, _Scheduled] = {}  # by iteration id
 
     def run(self) -> None:
-        """Serve until Shutdown. The process ends at once when the other side of the channel is gone."""
+        """Serve until Shutdown. The process ends at once when the other side of the channel is gone.
+
+        Raises RuntimeError when MOST_FAILURES iterations in a row have failed.
+        """
         threading.Thread(target=self._read_channel, name="channel", daemon=True).start()
         try:
             self._serve()
@@ -81,7 +95,8 @@ class Engine:
                 self._send(late)
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
-                    self._channel.send(Heartbeat(self._scheduler.occupancy()))
+                    if not self._hangs():
+                        self._channel.send(Heartbeat(self._scheduler.occupancy()))
                 continue
             if isinstance(item, Shutdown):
                 break
@@ -93,6 +108,15 @@ class Engine:
                 self._dispatch()
             self._send(report)
             self._send(late)  # after the tokens that they still got
+            if self._failures == MOST_FAILURES:
+                raise RuntimeError(f"{MOST_FAILURES} iterations in a row have failed")
+
+    def _hangs(self) -> bool:
+        """Whether the iteration that runs takes too long."""
+        if not self._in_flight:
+            return False
+        running = next(iter(self._in_flight.values()))
+        return time.monotonic() - max(running.started, self._last_return) > self._iteration_timeout
 
     def _send(self, report: IterationReport | None) -> None:
         if report is not None:
@@ -147,6 +171,8 @@ class Engine:
     def _returned(self, result: IterationResult | IterationFailed, events: list[TokenEvent]) -> IterationReport:
         """One iteration is over, for better or worse: note it down, and report what came of it."""
         batch, started, schedule_seconds = self._in_flight.pop(result.iteration_id)
+        self._last_return = time.monotonic()
+        self._failures = self._failures + 1 if isinstance(result, IterationFailed) else 0
         occupancy = self._scheduler.occupancy()
         failed, run_seconds = "", 0.0
         if isinstance(result, IterationFailed):

@@ -46,6 +46,7 @@ class Lookahead:
         self._in_flight: deque[tuple[IterationBatch, float, list[_Promise]]] = deque()
         self._ended: set[int] = set()  # told of their end, perhaps with tokens on their way that nobody wants
         self._seconds = 0.0  # that the last iteration took
+        self._last_return = 0.0
 
     @staticmethod
     def suits(scheduler: Scheduler) -> bool:
@@ -149,7 +150,8 @@ class Lookahead:
         if not self._in_flight or self._in_flight[0][0].iteration_id != iteration_id:
             raise KeyError(iteration_id)
         _, started, promises = self._in_flight.popleft()
-        self._seconds = now - started
+        self._seconds = now - max(started, self._last_return)  # it began when the one before it was over
+        self._last_return = now
         return promises
 
     def _fail(self, promise: _Promise, message: str) -> list[TokenEvent]:

@@ -70,6 +70,16 @@ class Recorder:
                 request.ended = time.monotonic()
                 request.end = event.finish_reason
                 self._left.append(request.id)
+        if len(self._left) > 2 * self._capacity:  # no iteration returns, and requests are refused meanwhile
+            self._forget_unseen()
+
+    def _forget_unseen(self) -> None:
+        """Forget those of the requests that have left which no iteration of the ring shows."""
+        seen = {row.request_id for returned in self._ring for row in returned.rows}
+        for request_id in self._left:
+            if request_id not in seen:
+                del self._requests[request_id]
+        self._left = [request_id for request_id in self._left if request_id in seen]
 
     def returned(
         self,

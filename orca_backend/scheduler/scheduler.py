@@ -151,7 +151,8 @@ class Scheduler:
             message = f"{len(result.sampled)} tokens for {len(members)} sequences"
             return self.fail_iteration(result.iteration_id, message)
         del self._in_flight[result.iteration_id]
-        self._deadlines.observe(now - started)
+        if all(seq.scheduled == 1 for seq in members):  # what a token costs: a prompt costs more, once
+            self._deadlines.observe(now - started)
         events, failed = [], result.failed
         for seq, token in zip(members, result.sampled, strict=True):
             if seq.state is RUNNING:

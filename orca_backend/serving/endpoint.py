@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from orca_backend.request import SamplingParams
+from orca_backend.request import MAX_TOKENS, SamplingParams
 
 T = TypeVar("T")
 
@@ -216,7 +216,7 @@ def _sampling_json(values: list[Any]) -> dict[str, Any]:
 def _sampling(settings: dict[str, Any]) -> SamplingParams:
     """Convert and check; numbers may be strings ("0.1"), as vLLM's sample client and genai-perf send them."""
     settings = {name: value for name, value in settings.items() if value is not None}
-    settings.setdefault("max_tokens", 16)
+    settings.setdefault("max_tokens", MAX_TOKENS)
     try:
         sampling = msgspec.convert(settings, SamplingParams, strict=False)
     except msgspec.ValidationError as error:

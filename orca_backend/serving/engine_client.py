@@ -90,7 +90,10 @@ def spawn_engine(config: EngineConfig, command: list[str] | None = None) -> tupl
     `command` is another program that speaks the channel. Raises EngineStartError.
     """
     command = command or engine_command()
-    channel, fd = Channel.pair()
+    try:
+        channel, fd = Channel.pair()
+    except OSError as error:  # no file descriptors are left
+        raise EngineStartError(f"no channel to the engine can be made: {error.strerror}") from error
     arguments = ["--fd", str(fd), "--config", msgspec.json.encode(config).decode(), "--parent", str(os.getpid())]
     try:
         process = subprocess.Popen(
@@ -211,6 +214,10 @@ class EngineClient:
         timer.start()
         try:
             message = channel.receive()
+        except msgspec.MsgspecError as error:
+            channel.close()
+            self._reap(grace=0.0)
+            raise EngineStartError(f"the engine process says what cannot be understood: {error}") from error
         except EOFError:
             death = self._reap(grace=_GRACE)
             reason = f"it was not ready after {limit:g} s" if expired.is_set() else death
@@ -245,7 +252,8 @@ class EngineClient:
             failures = 0 if time.monotonic() - ready_at > _STABLE else failures + 1
             while True:
                 # The first death is answered at once: it is the requests that wait, not the engine.
-                delay = min(self._first_backoff * 2 ** (failures - 2), _MAX_BACKOFF) if failures > 1 else 0.0
+                doublings = min(failures - 2, 20)  # a power of two that an engine which is down for days keeps within
+                delay = min(self._first_backoff * 2**doublings, _MAX_BACKOFF) if failures > 1 else 0.0
                 if self._stopping.wait(delay):
                     return
                 try:

@@ -245,6 +245,7 @@ class Metrics:
 
     def _tick(self) -> None:
         published: dict[Key, float] = {}
+        told = False
         while True:
             stopping = self._stopping.wait(self._period)
             with self._lock:
@@ -262,7 +263,8 @@ class Metrics:
                         self._handles[key].set(value)
                         published[key] = value
             except Exception as error:  # the server refuses metrics, for example with --allow-metrics=false
-                self._log(f"metrics cannot be published: {type(error).__name__}: {error}")
-                return
+                if not told:
+                    self._log(f"metrics cannot be published: {type(error).__name__}: {error}")
+                told = True
             if stopping:
                 return

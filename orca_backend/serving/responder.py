@@ -123,6 +123,12 @@ class Responder:
             return
         try:
             session.reply.send(session.generation, parcel, num_input_tokens=session.num_input_tokens)
+        except Exception as error:
+            if not parcel.is_final:
+                session.spoil(f"a part of the answer could not be sent: {type(error).__name__}: {error}")
+                self._on_abandoned(session)
+                self._deliver(session)
+            raise
         finally:
             if parcel.is_final:
                 del self._open[session.id]

@@ -102,6 +102,15 @@ class Session:
             self._failure = Failure(code, message)
             return True
 
+    def spoil(self, message: str) -> None:
+        """A part of the answer is lost: it ends with an error, also if it had ended well."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = Failure("INTERNAL", message)
+                self._finish_reason = None
+                self._texts.clear()
+                self._num_tokens = 0
+
     def take(self) -> Parcel | None:
         """Everything that can be sent now, as one response; None if nothing can.
 

@@ -1,4 +1,7 @@
-"""An engine process whose every iteration lasts until a line comes on standard input: `blocked_engine.py FD`."""
+"""An engine process whose every iteration lasts until a line comes on standard input: `blocked_engine.py FD TIMEOUT`.
+
+TIMEOUT is the engine's iteration_timeout. An iteration that gets the line "fail" fails.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class BlockedRunner:
 
     def run(self, batch: IterationBatch) -> IterationResult:
         print("running", flush=True)
-        sys.stdin.readline()
+        if sys.stdin.readline() == "fail\n":
+            raise RuntimeError("as it was told")
         return IterationResult(iteration_id=batch.iteration_id, sampled=[7] * len(batch.rows))
 
 
@@ -26,4 +30,5 @@ if __name__ == "__main__":
         SchedulerConfig(max_bs=1, max_queue_seconds=0.2), n_slots=64, block_size=16, max_model_len=64
     )
     recorder = Recorder(RecorderConfig(capacity=0), model="none", policy="orca")
-    Engine(Channel.from_fd(int(sys.argv[1])), scheduler, BlockedRunner(), 100, recorder).run()
+    channel, timeout = Channel.from_fd(int(sys.argv[1])), float(sys.argv[2])
+    Engine(channel, scheduler, BlockedRunner(), 100, recorder, iteration_timeout=timeout).run()

@@ -108,6 +108,21 @@ def test_memory_is_bounded_and_no_request_of_the_ring_is_forgotten(tmp_path: Pat
     assert {row.request_id for written in flight.iterations for row in written.rows} == set(flight.requests)
 
 
+def test_requests_that_are_refused_while_no_iteration_returns_are_forgotten(tmp_path: Path) -> None:
+    recorder = Recorder(RecorderConfig(path=str(tmp_path), capacity=10), model="m", policy="orca")
+    for i in range(2):
+        recorder.arrived(Request(request_id=i, prompt_ids=[1], max_new_tokens=9))
+    keep(recorder, 1, [0, 1], left=[])
+    recorder.told([TokenEvent(request_id=0, finish_reason="cancelled")])
+    for i in range(2, 500):
+        recorder.arrived(Request(request_id=i, prompt_ids=[1], max_new_tokens=9))
+        recorder.told([TokenEvent(request_id=i, finish_reason="error", code="UNAVAILABLE")])
+    recorder.write()
+    flight = read(recording_path(tmp_path, os.getpid()))
+    assert {0, 1} <= set(flight.requests)
+    assert len(flight.requests) < 25
+
+
 def test_failures_are_written_once_for_as_long_as_the_ring_shows_them(tmp_path: Path) -> None:
     recorder = Recorder(RecorderConfig(path=str(tmp_path), capacity=10), model="m", policy="orca")
     path = recording_path(tmp_path, os.getpid(), failure=True)

@@ -51,6 +51,18 @@ def test_what_is_expected_counts_at_the_pace_of_the_fastest_iteration() -> None:
     witness.drain()
 
 
+def test_the_time_of_a_prompt_is_not_the_pace() -> None:
+    """Nothing would correct it: whoever is refused computes nothing."""
+    witness = Witness()
+    witness.submit(1, 10, 1)
+    witness.schedule()
+    witness.wait(5.0)
+    witness.complete()
+    witness.submit(2, 2, 9, expected_tokens=9, deadline=15.0)
+    assert witness.wait(0.0) == []
+    witness.drain()
+
+
 def test_one_that_keeps_its_pace_is_let_run() -> None:
     witness = Witness()
     witness.submit(1, 2, 5, expected_tokens=5, deadline=5.5)

@@ -33,6 +33,7 @@ def test_infinite_and_other_times_that_are_none(tmp_path: Path, name: str, value
         ("bad_words: [x]", "bad_words"),
         ("logit_bias: {'5': 1.0}", "logit_bias"),
         (f"stop: [{'x' * 1025}]", "stop: .* 1024 characters"),
+        ("min_tokens: 32", "min_tokens: 32 is above max_tokens: 16"),
     ],
 )
 def test_sampling_defaults_that_no_request_could_use(tmp_path: Path, default: str, field: str) -> None:

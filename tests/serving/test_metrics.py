@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -45,6 +46,29 @@ def test_counters_of_the_engine_go_on_when_it_is_restarted() -> None:
     metrics.close()
     assert published["orca_preemptions_total", ""] == published["vllm:num_preemptions_total", ""] == 9
     assert published["vllm:prefix_cache_hits_total", ""] == 9 * 16
+
+
+def test_a_failure_to_publish_does_not_end_it() -> None:
+    published.clear()
+    said: list[str] = []
+    metrics = Metrics(Family, {"model": "m"}, said.append, period=0.01)
+    handle = metrics._handles["orca_expired_total", ""]
+    failures = iter([RuntimeError("no shared memory"), RuntimeError("still none")])
+
+    class Hindered:
+        def increment(self, value: float) -> None:
+            if error := next(failures, None):
+                raise error
+            handle.increment(value)
+
+    metrics._handles["orca_expired_total", ""] = Hindered()
+    deadline = time.monotonic() + 20
+    while not published["orca_expired_total", ""]:
+        assert time.monotonic() < deadline
+        metrics.expired()
+        time.sleep(0.02)
+    metrics.close()
+    assert said == ["metrics cannot be published: RuntimeError: no shared memory"]
 
 
 def test_the_calls_into_the_server_do_not_grow_with_the_tokens() -> None:

@@ -163,6 +163,26 @@ def test_a_slow_client_gets_fewer_and_longer_responses(make: Make) -> None:
     assert len(slow.parcels) < 10
 
 
+def test_a_part_that_cannot_be_sent_is_not_left_out_in_silence(make: Make) -> None:
+    """As when shared memory is full: what follows would be text with a hole."""
+
+    class Hindered(Kept):
+        def send(self, generation: Generation, parcel: Parcel, *, num_input_tokens: int) -> None:
+            if not self.parcels and not parcel.is_final:
+                self.parcels.append(Parcel(text=parcel.text))
+                raise RuntimeError("no shared memory is left")
+            super().send(generation, parcel, num_input_tokens=num_input_tokens)
+
+    pipeline = make()
+    reply = Hindered()
+    prompt = b"abcdefghijklmnopqrstuvwxyz"
+    pipeline.accept(RawRequest(inputs={"text_input": [prompt], "stream": [True], "max_tokens": [50]}), reply)
+    reply.wait()
+    assert reply.end.startswith("[INTERNAL] a part of the answer could not be sent: RuntimeError: no shared memory")
+    assert (len(reply.parcels), reply.finals) == (2, 1)
+    assert drained(pipeline)
+
+
 def test_stop_string_ends_the_request(make: Make) -> None:
     pipeline = make()
     reply = ask(pipeline, "one, two, three", stream=True, max_tokens=50, stop_words=[b"two"])
