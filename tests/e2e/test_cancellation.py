@@ -30,7 +30,7 @@ from orca_client import Cancelled, OrcaClient, TextDelta, TokenStream
 NOTICED = 0.1  # seconds
 TRIES = 5
 PROMPT = "The sky is"
-LONG_PROMPT = "The sky is blue and " * 300  # takes seconds in prefill
+LONG_PROMPT = "The sky is blue and " * 900  # takes seconds in prefill
 ENDLESS = {"max_tokens": 400, "ignore_eos": True}
 ENDLESS_RAW = {"sampling_parameters": json.dumps(ENDLESS)}
 
@@ -125,23 +125,23 @@ def test_waiting_request(client: OrcaClient, door: Door) -> None:
 def test_request_in_prefill(client: OrcaClient, door: Door, server: TritonServer) -> None:
     """The engine stands still in the iteration, so that it cannot be over before the client leaves."""
     (pid,) = server.engine_pids
-    for _ in range(3):
-        generated = metric(server, "vllm:generation_tokens_total")
-        filling = client.stream(LONG_PROMPT, **ENDLESS)
+    generated = metric(server, "vllm:generation_tokens_total")
+    filling = client.stream(LONG_PROMPT, **ENDLESS)
+    wait_until(lambda: metric(server, "orca_requests_running") == 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
         waiting = client.stream(PROMPT, max_tokens=1, ignore_eos=True)
         wait_until(lambda: not door.is_open())  # both have come
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            filling.close()
-            wait_until(door.is_open)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        # An iteration cannot be interrupted; after it not one more is spent on the request that was left.
-        assert next(waiting)
-        assert next(waiting).num_output_tokens == 1
-        wait_until(lambda: metric(server, "vllm:generation_tokens_total") > generated)  # noqa: B023 (called at once)
-        wait_until_idle(server)
-        assert metric(server, "vllm:generation_tokens_total") <= generated + 2  # its iteration may have been the last
+        filling.close()
+        wait_until(door.is_open)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # An iteration cannot be interrupted; after it not one more is spent on the request that was left.
+    assert next(waiting)
+    assert next(waiting).num_output_tokens == 1
+    wait_until(lambda: metric(server, "vllm:generation_tokens_total") > generated)
+    wait_until_idle(server)
+    assert metric(server, "vllm:generation_tokens_total") <= generated + 2  # its iteration may have been the last
 
 
 def test_reader_of_a_stream_that_is_closed_elsewhere(client: OrcaClient) -> None:

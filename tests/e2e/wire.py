@@ -160,7 +160,7 @@ def metric(server: TritonServer, name: str, model: str = "orca", **labels: str) 
     return value
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 20.0, pause: float = 0.02) -> float:
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0, pause: float = 0.02) -> float:
     """Wait until `condition()` holds; when it did, as a value of time.monotonic().
 
     A shorter timeout is a promise under test; the default only ends a test that would wait for ever.
@@ -172,7 +172,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20.0, pause: floa
     return time.monotonic()
 
 
-def wait_until_idle(server: TritonServer, model: str = "orca", timeout: float = 20.0) -> float:
+def wait_until_idle(server: TritonServer, model: str = "orca", timeout: float = 60.0) -> float:
     """Wait until /metrics says that nothing runs, nothing waits and no slot is reserved."""
 
     def idle() -> bool:
