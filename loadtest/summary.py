@@ -15,6 +15,7 @@ The offered rate is taken from the times at which requests were due in the same 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -162,9 +163,10 @@ def completion_rate(times: Sequence[float]) -> float:
 
 
 def _meets(records: list[Record], slo: Slo) -> bool:
-    """Each percentile on its own, as MLPerf has it. A failed request took for ever."""
+    """Each percentile on its own, as MLPerf has it. A failed request took for ever, which no limit allows."""
     return all(
-        _nearest_rank([math.inf if record.error else of(record) for record in records], slo.percentile) <= limit
+        min(limit, sys.float_info.max)
+        >= _nearest_rank([math.inf if record.error else of(record) for record in records], slo.percentile)
         for of, limit in ((ttft, slo.ttft), (tpot, slo.tpot))
     )
 

@@ -6,6 +6,7 @@ What a command needs is imported inside it, so that `orca --help` answers at onc
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -35,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return command(arguments)
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        return 0
     except (RuntimeError, OSError, ValueError, ImportError) as error:  # our own errors are among them
         if arguments.traceback:
             raise

@@ -25,7 +25,15 @@ from orca_client.errors import (
     ended_early,
     error_from_rpc,
 )
-from orca_client.protocol import ResponseReader, build_request, check_url, collect, model_ready_request, set_timeout
+from orca_client.protocol import (
+    ResponseReader,
+    build_request,
+    check_messages,
+    check_url,
+    collect,
+    model_ready_request,
+    set_timeout,
+)
 from orca_client.retry import DEADLINE_GRACE_S, MAX_TIMEOUT_S, SETTLE_S, Attempts
 from orca_client.types import ChannelOptions, Completion, Event, Message, SamplingOptions
 
@@ -145,7 +153,7 @@ class OrcaClient:
 
         A request that fails with Unavailable before its first token is tried `retries` times more; 0 is never.
         `headers` go with every request. `channel_options` are tritonclient's: ssl, root_certificates, creds, ...
-        Raises InvalidArgument for an empty `url`.
+        Raises InvalidArgument for a `url` that is none.
         """
         check_url(url)
         self._triton = InferenceServerClient(url, **channel_options)
@@ -175,6 +183,7 @@ class OrcaClient:
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """Like `generate`, for a chat: the server applies its model's chat template."""
+        check_messages(messages)
         return self._complete(messages, model, timeout, request_id, sampling)
 
     def stream(
@@ -199,6 +208,7 @@ class OrcaClient:
         **sampling: Unpack[SamplingOptions],
     ) -> TokenStream:
         """Like `stream`, for a chat: the server applies its model's chat template."""
+        check_messages(messages)
         return self._start(messages, model, timeout, request_id, sampling, stream=True)
 
     def _complete(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,13 +64,21 @@ def model_ready_request(model: str) -> service_pb2.ModelReadyRequest:
 
 
 def check_url(url: str) -> None:
-    """Raise InvalidArgument for what gRPC would take for an address, or choke on, but is none: "" and not UTF-8."""
+    """Raise InvalidArgument for what gRPC would take for an address, or choke on, but is none: "", not UTF-8, http://."""
     try:
         empty = not url.encode().strip()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"url: {error}") from error
     if empty:
         raise InvalidArgument("url is empty; it is host:port of the server's gRPC endpoint")
+    if re.match(r"https?://", url):
+        raise InvalidArgument(f"url: {url!r} is an address for HTTP; it is host:port of the server's gRPC endpoint")
+
+
+def check_messages(messages: str | Sequence[Message]) -> None:
+    """Raise InvalidArgument for a string, which would be sent as a prompt without a template."""
+    if isinstance(messages, str):
+        raise InvalidArgument('messages must be a list of {"role": ..., "content": ...}, not a string')
 
 
 def set_timeout(request: service_pb2.ModelInferRequest, seconds: float) -> None:

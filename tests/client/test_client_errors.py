@@ -11,6 +11,7 @@ from orca_client import (
     Internal,
     InvalidArgument,
     NotFound,
+    OrcaClient,
     OrcaError,
     Unavailable,
     Unsupported,
@@ -110,3 +111,15 @@ def test_unknown_version_is_not_found(client):
 )
 def test_texts_of_the_core_that_need_a_stopping_or_full_server(text, kind):
     assert type(error_from_message(text)) is kind
+
+
+def test_a_string_is_no_chat(client):
+    """It was once sent as a prompt, without a template."""
+    for chat in (client.chat, client.stream_chat):
+        with pytest.raises(InvalidArgument, match="messages must be a list"):
+            chat("What is gravity?")
+
+
+def test_an_address_for_http_is_told_from_one_for_grpc():
+    with pytest.raises(InvalidArgument, match=r"url: 'http://localhost:8000' is an address for HTTP"):
+        OrcaClient("http://localhost:8000")
