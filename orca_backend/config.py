@@ -14,6 +14,11 @@ import msgspec
 
 from orca_backend.request import MAX_TOKENS, SamplingParams
 
+# In the environment of all that descends from a server that was started from here: its directory, by which also orphans
+# are known. And a file that appears there when the server is told to stop.
+SERVER_MARK = "ORCA_SERVER"
+STOPPING = "stopping"
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 # Finite, since JSON has no infinity; and the standard library's timers overflow not far above.
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from orca_backend.config import EngineConfig
+from orca_backend.config import SERVER_MARK, STOPPING, EngineConfig
 from orca_backend.models.spec import ModelSpec
 from orca_backend.server.activity import activity
 from orca_backend.server.installation import STUB, Installation, ServerError
@@ -38,7 +38,6 @@ START_ATTEMPTS = 3  # with other ports each time: somebody may take one while th
 START_GRACE_SECONDS = 5  # for a server that is given up before it was ready: it has no requests to finish
 ENGINE_MODULE = "orca_backend.engine"
 PORT_IN_USE = "already in use"  # in tritonserver's log
-MARK = "ORCA_SERVER"  # in the environment of all that descends from a server: also orphans are known by it
 
 
 class PortTakenError(ServerError):
@@ -243,7 +242,7 @@ class TritonServer:
             # Its own session: Ctrl-C in the terminal reaches us, and we stop it in order.
             self._process = subprocess.Popen(
                 command,
-                env=installation.environment() | {MARK: str(self._directory)},
+                env=installation.environment() | {SERVER_MARK: str(self._directory)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -310,6 +309,8 @@ class TritonServer:
             if self._process is not None:
                 try:
                     if self.is_alive():
+                        if self._directory is not None:
+                            (self._directory / STOPPING).touch()  # for the stubs: the server does not tell them
                         self._process.send_signal(signal.SIGTERM)
                         with contextlib.suppress(subprocess.TimeoutExpired):
                             self._process.wait(patience or self._exit_timeout + EXIT_MARGIN_SECONDS)
@@ -354,7 +355,7 @@ def kv_pools(metrics: str) -> dict[str, int]:
 def _mark(process: psutil.Process) -> str | None:
     """Which server a process descends from."""
     try:
-        return process.environ().get(MARK)
+        return process.environ().get(SERVER_MARK)
     except psutil.Error:  # it has ended, or belongs to somebody else
         return None
 

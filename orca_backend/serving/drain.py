@@ -2,7 +2,8 @@
 
 Nobody tells a stub: it ignores signals, and `finalize` comes only when every response is gone. What can be seen is that
 the server stops listening: its HTTP endpoint is closed before it waits for the models. So the listening sockets of the
-server process are watched, and once one that was there is gone, what still runs has `drain_timeout` seconds left.
+server process are watched, and once one that was there is gone, what still runs has `drain_timeout` seconds left. But
+Triton 2.51 closes none while an HTTP connection is open, so whoever has started the server also leaves a file.
 
 To find them takes milliseconds, more on a machine with more connections; to see that they are still there takes
 microseconds. So they are searched for only until no new ones come.
@@ -17,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -59,13 +61,15 @@ class DrainWatcher:
         on_drain: Callable[[], None],
         log: Callable[[str], None],
         *,
+        sign: Path | None = None,
         period: float = PERIOD,
     ) -> None:
-        """Start to watch."""
+        """Start to watch. The file `sign` says the same as a socket that is closed."""
         self._pid = pid
         self._drain_timeout = drain_timeout
         self._on_drain = on_drain
         self._log = log
+        self._sign = sign
         self._period = period
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
@@ -90,7 +94,7 @@ class DrainWatcher:
                     self._on_drain()
                 continue
             sockets = listening_sockets(self._pid) if unchanged < SETTLED else still_open(seen)
-            if not sockets.issuperset(seen):
+            if not sockets.issuperset(seen) or (self._sign is not None and self._sign.exists()):
                 end = time.monotonic() + self._drain_timeout
                 self._log(f"the server is stopping; requests in flight have {self._drain_timeout:g} s")
             unchanged = unchanged + 1 if sockets and sockets == seen else 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from orca_backend.config import ConfigError, EngineConfig, load_config
+from orca_backend.config import SERVER_MARK, STOPPING, ConfigError, EngineConfig, load_config
 from orca_backend.serving.drain import DrainWatcher
 from orca_backend.serving.endpoint import BadRequest, read_request
 from orca_backend.serving.engine_client import EngineStartError
@@ -62,7 +62,9 @@ class TritonPythonModel:
                 raise
         except (ConfigError, EngineStartError, OSError, ValueError) as error:
             raise pb_utils.TritonModelException(f"{name} cannot be loaded: {error}") from error
-        self._drain = DrainWatcher(os.getppid(), config.limits.drain_timeout, self._stop_serving, log)
+        server = os.environ.get(SERVER_MARK)
+        sign = Path(server, STOPPING) if server else None
+        self._drain = DrainWatcher(os.getppid(), config.limits.drain_timeout, self._stop_serving, log, sign=sign)
         info = self._pipeline.info
         pb_utils.Logger.log_info(f"[{name}] serving {info.model_name} ({info.dtype}, {info.device}, {info.policy})")
 

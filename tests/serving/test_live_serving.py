@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import queue
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,27 @@ def test_sigterm_under_load_ends_in_order(tiny_llama: Path, tmp_path: Path, conn
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
     log = (tmp_path / "triton.log").read_text()
     assert not re.search(r"Exit timeout expired|is not healthy", log)
+
+
+def test_an_idle_http_connection_does_not_hold_up_the_drain(tiny_llama: Path, tmp_path: Path, connect: Connect) -> None:
+    """Triton 2.51 waits for it with all sockets open; the requests in flight were once cut when that had lasted."""
+    with start(tiny_llama, tmp_path, limits__drain_timeout=1.0) as server:
+        idle = http.client.HTTPConnection("127.0.0.1", server.http_port)
+        idle.request("GET", "/v2/health/ready")
+        idle.getresponse().read()
+        stream = connect(server)
+        stream.ask("The sky", stream=True, max_tokens=FOREVER, sampling_parameters='{"ignore_eos": true}')
+        stream.next()
+        engine = server.engine_pids[0]
+        os.kill(engine, signal.SIGSTOP)  # so that it cannot end well in time
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(server.stop)
+            with pytest.raises(Exception, match=r"\[UNAVAILABLE\] the server is stopping"):
+                stream.all()
+            os.kill(engine, signal.SIGCONT)
+            stream.close()
+            idle.close()
+            assert stopped.result() == 0
 
 
 def test_a_server_that_crashes_leaves_no_stub_and_no_engine(tiny_llama: Path, tmp_path: Path, connect: Connect) -> None:
