@@ -219,7 +219,12 @@ def _start(environment: Environment, **_: Any) -> None:
     options: Any = environment.parsed_options
     _state.sent = _state.parts_done = 0
     _state.outcome = Outcome(started=0.0, wall=0.0, cpu=0.0, records=[])
+    workers = sorted(runner.clients) if isinstance(runner, MasterRunner) else []
     try:
+        if options.arrivals == "closed" and options.num_users < len(workers):
+            raise ValueError(
+                f"closed arrivals: {options.num_users} users (--users) are too few for {len(workers)} workers"
+            )
         arrivals = Arrivals(kind=options.arrivals, rate=options.rate, variation=options.variation)
         workload = Workload(options.workload, Path(options.checkpoint), scale=options.scale, limit=options.limit)
         sessions = workload.sessions(options.requests, arrivals, options.seed)
@@ -229,12 +234,6 @@ def _start(environment: Environment, **_: Any) -> None:
         runner.quit()
         return
     if isinstance(runner, MasterRunner):
-        workers = sorted(runner.clients)
-        if options.arrivals == "closed" and options.num_users < len(workers):
-            logger.error(f"a closed loop of {options.num_users} users (--users) has no work for {len(workers)} workers")
-            environment.process_exit_code = 1
-            runner.quit()
-            return
         _state.parts = len(workers)
         for index, worker in enumerate(workers):
             runner.send_message("orca part", {"index": index, "count": len(workers)}, worker)

@@ -301,12 +301,12 @@ def run_timeline(arguments: argparse.Namespace) -> int:
         if len(window) == len(flight.iterations):  # nobody asked for all of them: the end is what matters
             window = window[-columns(width) :]
         print("\n".join(render(flight, window, width)))
-    elif arguments.out.suffix not in PICTURES and arguments.out.suffix != ".json":
-        raise ValueError(f"--out {arguments.out}: its name must end in {', '.join(PICTURES)} or .json")
     elif arguments.out.suffix == ".json":
         from orca_backend.timeline.trace import write_trace
 
         write_trace(flight, window, arguments.out)
+    elif arguments.out.suffix not in PICTURES:
+        raise ValueError(f"--out {arguments.out}: its name must end in {', '.join(PICTURES)} or .json")
     else:
         try:
             from orca_backend.timeline.picture import draw
